@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, UsageError
 
 T = TypeVar("T")
 
@@ -383,6 +383,15 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
             near = difflib.get_close_matches(word, known, 1)
             found[name] = _PREFIX + near[0] if near else None
     return found
+
+
+def encoded_secret(secret: str | bytes) -> bytes:
+    """Return the argument ``secret`` of a function as bytes; UsageError if it is neither text nor bytes."""
+    if isinstance(secret, str):
+        return secret.encode()
+    if not isinstance(secret, bytes):
+        raise UsageError(f"secret: expected str or bytes, not {type(secret).__name__}")
+    return secret
 
 
 def secret(environ: Mapping[str, str] | None = None) -> bytes:

@@ -26,7 +26,7 @@ from shoal.errors import (
     WireError,
 )
 from shoal.net import Connection, Deadline, Server, connect, frame_header, listen
-from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve
+from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, open_store, serve
 from shoal.store.requests import Get, Set, Wait, encode
 from shoal.store.tcp import server as tcp_server
 from shoal.store.tcp.protocol import MAX_MESSAGE, PURPOSE, Status, decode_reply, decode_welcome, encode_reply
@@ -113,6 +113,16 @@ def test_a_client_without_the_secret_is_refused_at_once(server: TCPStoreServer) 
             TCPStore("127.0.0.1", server.port, secret, timeout=60)
     with _client(server) as store:
         store.set("key", b"value")
+
+
+def test_a_secret_may_be_text() -> None:
+    with TCPStoreServer(secret=SECRET.decode()) as server:
+        with TCPStore("127.0.0.1", server.port, SECRET.decode(), timeout=60) as store:
+            store.set("key", b"value")
+        with open_store(server.url, secret=SECRET.decode(), timeout=60) as store:
+            assert store.get("key") == b"value"
+        with pytest.raises(UsageError, match="secret: expected str or bytes, not int"):
+            TCPStore("127.0.0.1", server.port, 7)  # type: ignore[arg-type]
 
 
 def test_a_server_may_start_after_its_clients() -> None:

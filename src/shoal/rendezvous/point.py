@@ -201,15 +201,11 @@ def checked_request(
         check_job(job)
     if url is not None and store is not None:
         raise UsageError(f"url={redacted(str(url))!r} and store=: expected one place to meet")
-    if isinstance(secret, str):
-        secret = secret.encode()
-    if secret is not None and not isinstance(secret, bytes):
-        raise UsageError(f"secret: expected str or bytes, not {type(secret).__name__}")
     return Request(
         parse_url("env://" if url is None else url),
         rank,
         size,
-        config.secret() if secret is None else secret,
+        config.secret() if secret is None else config.encoded_secret(secret),
         Deadline(config.TIMEOUT.get() if timeout is None else timeout),
         host=host,
         job=job,

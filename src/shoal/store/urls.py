@@ -97,7 +97,7 @@ def _installed() -> EntryPoints:
     return metadata.entry_points(group=ENTRY_POINTS)
 
 
-def open_store(url: str, *, secret: bytes | None = None, timeout: float | None = None) -> Store:
+def open_store(url: str, *, secret: str | bytes | None = None, timeout: float | None = None) -> Store:
     """Open the store that ``url`` names.
 
     Args:
@@ -112,12 +112,11 @@ def open_store(url: str, *, secret: bytes | None = None, timeout: float | None =
         ConfigurationError: the file of the secret cannot be read.
         StoreError, WireError: the store cannot be opened.
     """
-    if secret is None:
-        secret = config.secret()
+    key = config.secret() if secret is None else config.encoded_secret(secret)
     parts = split_url("store", url)
     if not load_scheme(parts.scheme):
         raise UsageError(f"store {redacted(url)!r}: unknown scheme, expected one of {known_schemes()}")
-    return open_parts(parts, secret=secret, timeout=timeout)
+    return open_parts(parts, secret=key, timeout=timeout)
 
 
 def open_parts(parts: SplitResult, *, secret: bytes, timeout: float | None) -> Store:

@@ -63,13 +63,14 @@ class TCPStore(Store):
         self,
         host: str,
         port: int,
-        secret: bytes = b"",
+        secret: str | bytes = b"",
         *,
         timeout: float | None = None,
         wait_for_server: bool = True,
     ) -> None:
         timeout = config.TIMEOUT.get() if timeout is None else timeout
-        super().__init__(_TcpBacking(host, port, secret, timeout, wait_for_server=wait_for_server), timeout)
+        key = config.encoded_secret(secret)
+        super().__init__(_TcpBacking(host, port, key, timeout, wait_for_server=wait_for_server), timeout)
 
     @property
     def host(self) -> str:

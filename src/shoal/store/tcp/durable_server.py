@@ -95,7 +95,7 @@ class DurableStoreServer(TCPStoreServer):
         log: str | Path,
         host: str = "127.0.0.1",
         port: int = 0,
-        secret: bytes = b"",
+        secret: str | bytes = b"",
         *,
         records: Mapping[str, bytes] | None = None,
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,

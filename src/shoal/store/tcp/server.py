@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from ... import config
 from ...errors import StoreError, WireError
 from ...net import (
     HANDSHAKE_TIMEOUT_S,
@@ -111,7 +112,7 @@ class TCPStoreServer(Server[_StoreClient]):
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        secret: bytes = b"",
+        secret: str | bytes = b"",
         *,
         records: Mapping[str, bytes] | None = None,
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
@@ -120,12 +121,13 @@ class TCPStoreServer(Server[_StoreClient]):
         self._welcome = msgspec.msgpack.encode(self._create_table(checked))
         self._waiting: WaitIndex[_StoreClient] = WaitIndex()
         self._orders = itertools.count(1)
-        listener = listen(host, port, secret=secret)
+        key = config.encoded_secret(secret)
+        listener = listen(host, port, secret=key)
         self.host = host
         self.port: int = listener.getsockname()[1]
         super().__init__(
             listener,
-            secret=secret,
+            secret=key,
             purpose=PURPOSE,
             limit=MAX_MESSAGE,
             kind="store",
