@@ -184,8 +184,9 @@ class World:
         warnings.warn(text, ResourceWarning, stacklevel=3, source=member)
 
     def _release(self, timeout: float) -> None:
-        if self.links.backend.lost():
+        if lost := self.links.backend.lost():
             mark_broken()
+            self.membership.lost.update(lost)
         if self._summarises:
             self._report_summary()
         try:

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -42,6 +42,7 @@ class Membership:
         place: the rendezvous point, where other ranks can join later; None: they cannot.
         meeting: name of the meeting that numbered the ranks; "": the first one of the job.
         advice: what the user should do if the ranks cannot connect, as the end of a sentence.
+        lost: the ranks that are lost to this one, added before ``release``: it does not wait for them.
         release: called once, with a timeout in seconds, when the world group is closed: leaves the meeting,
             closes the store, and stops the server if this rank hosts it.
         abandon: called instead of ``release``, with the error, if this rank could not connect: also notifies
@@ -70,6 +71,7 @@ class Membership:
     meeting: str = ""
     advice: str = START_AGAIN
     launcher_job: str | None = None
+    lost: set[int] = field(default_factory=set, compare=False, repr=False)
     release: Callable[[float], None] = field(default=nothing, compare=False, repr=False)
     abandon: Callable[[BaseException], None] = field(default=nothing, compare=False, repr=False)
     check: Callable[..., None] = field(default=nothing, compare=False, repr=False)
@@ -228,7 +230,8 @@ def rendezvous_again_at(
 
 def _membership(meeting: Rendezvous, place: RendezvousPoint, secret: bytes, interface: str) -> Membership:
     venue, local = place.venue, meeting.local_ranks
-    release = _make_release(meeting, place)
+    lost: set[int] = set()
+    release = _make_release(meeting, place, lost)
 
     def abandon(error: BaseException) -> None:
         meeting.fail(error)
@@ -249,6 +252,7 @@ def _membership(meeting: Rendezvous, place: RendezvousPoint, secret: bytes, inte
         meeting=place.meeting,
         advice=place.venue.advice,
         launcher_job=place.request.launcher_job,
+        lost=lost,
         release=release,
         abandon=abandon,
         check=meeting.check,
@@ -286,7 +290,9 @@ def serve_until_read(others_disconnected: Callable[[], bool]) -> None:
         time.sleep(_RETRY_INTERVAL_S)
 
 
-def _make_release(meeting: Rendezvous, place: RendezvousPoint) -> Callable[[float], None]:
+def _make_release(
+    meeting: Rendezvous, place: RendezvousPoint, lost: Collection[int]
+) -> Callable[[float], None]:
     released = threading.Event()
 
     def release(timeout: float) -> None:
@@ -298,7 +304,7 @@ def _make_release(meeting: Rendezvous, place: RendezvousPoint) -> Callable[[floa
             with contextlib.suppress(StoreError, WireError):
                 meeting.leave(min(max(timeout, _MIN_LEAVE_TIMEOUT_S), _MAX_LEAVE_TIMEOUT_S))
                 if place.venue.others_disconnected is not None:
-                    meeting.wait_until_all_left(timeout, place.venue.others_disconnected)
+                    meeting.wait_until_all_left(timeout, place.venue.others_disconnected, lost)
         finally:
             place.close()
 

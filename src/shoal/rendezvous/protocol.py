@@ -216,13 +216,18 @@ class Rendezvous:
         if self._round.store.together([mine, Add("left", 1)])[1] >= self.size:
             self._round.close()
 
-    def wait_until_all_left(self, timeout: float, alone: Callable[[], bool]) -> None:
+    def wait_until_all_left(self, timeout: float, alone: Callable[[], bool], lost: Collection[int]) -> None:
         """Block until every member has left or died, or ``timeout`` seconds have passed.
 
-        ``alone`` returns whether no other process is connected to the store; dead members never leave.
+        Args:
+            alone: whether no other process is connected to the store; dead members never leave.
+            lost: ranks for which this does not wait: a stopped process, or one of a host that has failed, may
+                stay connected.
         """
         deadline = Deadline(timeout)
         while not (self._round.has_ended() or alone() or deadline.expired):
+            if lost and all(each.left for rank, each in self._round.members().items() if rank not in lost):
+                return
             self._round.watch(min(_LEAVE_POLL_INTERVAL_S, deadline.remaining()))
 
     def _await_completion(self) -> Summary:
