@@ -183,7 +183,8 @@ class Future(FutureState[T]):
                 the host.
 
         Raises:
-            UsageError: ``fn`` cannot be called, another ``priority`` or ``streams``, or a ``priority`` with ``streams="current"``.
+            UsageError: ``fn`` cannot be called, another ``priority`` or ``streams``, or a ``priority`` with
+                ``streams="current"``.
         """
         _check_callback("then", fn)
         child: Future[U] = Future()
