@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import socket
 import sys
@@ -48,6 +49,25 @@ def blocked_only(peer: Peer, key: str) -> Any:
     future = peer.call(handlers.blocked, key)
     handlers.wait_for(f"{key} runs")
     return future
+
+
+def test_a_lost_worker_with_connections_both_ways_is_reported_once(meeting: Agents, a: Agent) -> None:
+    reports: queue.SimpleQueue[str] = queue.SimpleQueue()
+    a.on_lost(reports.put)
+    for n in range(5):
+        meeting.start(f"b{n}")
+        b = a.peer(f"b{n}")
+        b.call(handlers.countdown, 1, "a", f"b{n}").wait()
+        assert len(a.connections.connections_of(f"b{n}")) == 2
+        meeting.kill(f"b{n}")
+        assert reports.get(timeout=PATIENCE) == f"b{n}"
+        until(lambda name=f"b{n}": not a.connections.connections_of(name))  # type: ignore[misc]
+        meeting.outcome(f"b{n}")
+    meeting.start("c")
+    a.peer("c").call(handlers.pid).wait()
+    meeting.kill("c")
+    assert reports.get(timeout=PATIENCE) == "c", "none of the others was reported twice"
+    meeting.outcome("c")
 
 
 @pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])

@@ -105,6 +105,7 @@ class Agent:
         self._closed = False
         self._pid = os.getpid()
         self._on_lost: list[Callable[[str], Any]] = []
+        self._on_connection_lost: list[Callable[[str], Any]] = []
         #: notified when a connection has ended, and when the agent is closed
         self._connection_ended = threading.Condition()
         self.directory = Directory(store, _NAMESPACE)
@@ -113,7 +114,7 @@ class Agent:
         self.watch = EventWatcher(self.endpoint)
         try:
             self.connections = ConnectionManager(
-                self, f"{job}/{epoch}/{_NAMESPACE}", serve is not None, maps, self._on_connection_lost
+                self, f"{job}/{epoch}/{_NAMESPACE}", serve is not None, maps, self._connection_lost
             )
         except BaseException:
             self.endpoint.close(0.0)
@@ -221,10 +222,14 @@ class Agent:
                     self._connection_ended.wait()
 
     def on_lost(self, fn: Callable[[str], Any]) -> None:
-        """Call ``fn(name)`` whenever a connection to a worker has ended, for any reason."""
+        """Call ``fn(name)`` when the last connection to or from a worker has ended, for any reason."""
         if not callable(fn):
             raise UsageError(f"worker {self.name!r}: {fn!r} cannot be called when a worker is lost")
         self._on_lost.append(fn)
+
+    def on_connection_lost(self, fn: Callable[[str], Any]) -> None:
+        """Call ``fn(name)`` whenever a connection to or from a worker has ended; two workers may have two."""
+        self._on_connection_lost.append(fn)
 
     def stats(self) -> dict[str, int]:
         """Return counts of peers, calls, messages, bytes and threads; ``docs/rpc.md`` explains each one."""
@@ -439,13 +444,13 @@ class Agent:
         if self._closed:
             raise AgentClosed(f"worker {self.name!r}: the agent is closed")
 
-    def _on_connection_lost(self, connection: WorkerConnection) -> None:
+    def _connection_lost(self, connection: WorkerConnection, is_last: bool) -> None:
         self.references.unpin_all_of(connection.number)
         with self._connection_ended:
             self._connection_ended.notify_all()
         if not self._closed:
             self.references.lost(connection.worker)
-        for fn in list(self._on_lost):
+        for fn in self._on_connection_lost + (self._on_lost if is_last else []):
             pool.submit(partial(fn, connection.worker.name))
 
 

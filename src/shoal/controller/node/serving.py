@@ -72,7 +72,7 @@ def serve_master(agent: rpc.Agent, index: int | None, timeout_s: float) -> bool:
     """
     over = threading.Event()
     # A broken connection also ends it: the master treats it as the loss of this worker.
-    agent.on_lost(lambda name: over.set() if name == MASTER else None)
+    agent.on_connection_lost(lambda name: over.set() if name == MASTER else None)
     master = agent.peer(MASTER, timeout=timeout_s)
     there, served = agent.directory.look(MASTER), False
     asked = _dump_when_asked(agent)

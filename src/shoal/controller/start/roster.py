@@ -50,7 +50,7 @@ class Roster:
         #: the latest connection to each node
         self._latest: dict[int, NodeConnection] = {}
         self.callbacks: list[Callable[[int], Any]] = []
-        agent.on_lost(self.lose)
+        agent.on_connection_lost(self.lose)
         self._timeout_s = config.HEARTBEAT_TIMEOUT.get()
         self._closing = threading.Event()
         name = "shoal-master-stopped-nodes"

@@ -66,7 +66,7 @@ class WorkerSource:
             self.agent = _master(place)
             self._stack.callback(self.agent.close, graceful=False)
             self._arrivals = join_queue(self.agent)
-            self.agent.on_lost(self._arrivals.remove)
+            self.agent.on_connection_lost(self._arrivals.remove)
         except BaseException:
             self.close()
             raise

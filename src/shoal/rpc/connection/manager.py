@@ -61,7 +61,7 @@ class ConnectionManager:
         place: identity of job, epoch and namespace: workers of another place are refused.
         restricted: whether the agent only sends and accepts plain values.
         device_maps: of the agent's calls, by callee.
-        lost: called with a connection when it has ended.
+        lost: called with a connection when it has ended, and with whether it was the last one of its worker.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ConnectionManager:
         place: str,
         restricted: bool,
         device_maps: dict[str, DeviceMap],
-        lost: Callable[[WorkerConnection], None],
+        lost: Callable[[WorkerConnection, bool], None],
     ) -> None:
         self._agent = agent
         self._endpoint = agent.endpoint
@@ -302,7 +302,8 @@ class ConnectionManager:
             self._ended.append(connection.number)
             if len(self._ended) > _MAX_LOST_CONNECTIONS:
                 self._by_number.pop(self._ended.pop(0), None)
-        self._lost(connection)
+            is_last = not self.is_connected(connection.worker.incarnation)
+        self._lost(connection, is_last)
 
     def _timeout_error(self, name: str, deadline: Deadline) -> CallTimeout:
         return CallTimeout(
