@@ -17,6 +17,9 @@ namespace {
 constexpr std::int64_t kStall = kSecond;
 constexpr std::uint64_t kLarge = (4 << 20) + 1;
 
+static_assert(Fingerprint::kAlgorithms == kAlgorithms);
+static_assert(kAlgorithms - 1 <= 0xFF >> Fingerprint::kAlgorithmShift);
+
 Fingerprint fingerprint(const Request& request, const Group& group) {
   Fingerprint call;
   call.lanes = static_cast<std::uint8_t>(std::min<int>(group.lane_count(), Fingerprint::kMaxLanes) |

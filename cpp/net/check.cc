@@ -63,7 +63,9 @@ const char* flaw_of_call(const FrameHeader& header) {
   if (kind < 1 || kind > kLastCollective) return "an operation that does not exist";
   if (itemsize(static_cast<DType>(call.dtype)) == 0) return "a dtype that does not exist";
   if (call.op >= kRedOpCount) return "a reduction that does not exist";
-  if ((call.lanes & Fingerprint::kMaxLanes) == 0 || call.root < -1) return "a call that cannot be";
+  if ((call.lanes & Fingerprint::kMaxLanes) == 0 ||
+      call.lanes >> Fingerprint::kAlgorithmShift >= Fingerprint::kAlgorithms || call.root < -1)
+    return "a call that cannot be";
   return empty(header, sizeof(Fingerprint)) ? nullptr : "bytes in what is reserved";
 }
 

@@ -123,8 +123,9 @@ struct Fingerprint {
   // root of a broadcast) detects a difference at the next call.
   std::uint64_t history = 0;
 
-  static constexpr std::uint8_t kMaxLanes = 0x3F;
-  static constexpr int kAlgorithmShift = 6;
+  static constexpr std::uint8_t kMaxLanes = 0x1F;
+  static constexpr int kAlgorithmShift = 5;
+  static constexpr int kAlgorithms = 5;
 
   // In `kind`: the tensors are on a device other than the CPU.
   static constexpr std::uint8_t kOnDevice = 0x80;

@@ -55,23 +55,22 @@ def test_ranks_with_different_secrets_both_hear_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("name", ["concurrency", "algorithm"])
+@pytest.mark.parametrize(
+    ("concurrency", "algorithm"),
+    [((1, 2), ("auto", "auto")), ((1, 1), ("direct", "halving")), ((1, 1), ("auto", "ring"))],
+)
 def test_ranks_with_different_lanes_or_algorithms_hear_of_just_that(
-    tmp_path: Path, transport: str, name: str
+    tmp_path: Path, transport: str, concurrency: tuple[int, int], algorithm: tuple[str, str]
 ) -> None:
     def work(rank: int) -> str:
-        url = f"file://{tmp_path}/meet"
-        own: dict[str, Any] = {name: rank + 1 if name == "concurrency" else ("direct", "halving")[rank]}
-        with shoal.init(url, rank=rank, size=2, transport=transport, **own) as group:
+        own: dict[str, Any] = {"concurrency": concurrency[rank], "algorithm": algorithm[rank]}
+        with shoal.init(f"file://{tmp_path}/meet", rank=rank, size=2, transport=transport, **own) as group:
             with pytest.raises(shoal.CollectiveMismatch) as caught:
                 shoal.wait_all([group.all_reduce(torch.ones(5)) for _ in range(4)])
             return str(caught.value)
 
+    lines = [f"rank {r}: concurrency={concurrency[r]}, algorithm={algorithm[r]}" for r in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for message in pool.map(work, range(2)):
             assert "have different numbers of lanes, or algorithms" in message
-            assert (
-                "rank 0: concurrency=1, algorithm=auto\n  rank 1: concurrency=2, algorithm=auto"
-                if name == "concurrency"
-                else "rank 0: concurrency=1, algorithm=direct\n  rank 1: concurrency=1, algorithm=halving"
-            ) in message
+            assert "\n  ".join(lines) in message
