@@ -245,7 +245,9 @@ Error CallComparison::timeout_error(const Question& question) const {
     list += (list.empty() ? "" : ", ") + std::to_string(r);
   }
   if (!absent.empty()) error.text += "; ranks that never arrived: " + absent;
-  if (!silent.empty()) error.text += "; ranks that do not answer at all: " + silent;
+  if (!silent.empty())
+    error.text += "; ranks that do not answer at all: " + silent +
+                  " (a rank that hangs, or has not made this group under this name)";
   if (error.ranks.empty())
     error.text +=
         differ ? "; " + table(question) : "; all ranks have arrived, but the data did not come in time";

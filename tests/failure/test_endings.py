@@ -312,7 +312,8 @@ def test_a_rank_at_a_standstill_is_named_and_holds_up_no_end(topology: str) -> N
     assert all(texts), [outcome.describe() for outcome in outcomes]
     assert any("all_reduce (operation 1)" in text for text in texts), texts
     for text in texts:
-        assert re.search(r"its timeout of 1\.5 s; .*ranks that do not answer at all: (0, )?1", text), text
+        assert re.search(r"its timeout of 1\.5 s; .*ranks that do not answer at all: (0, )?1 \(", text), text
+        assert "(a rank that hangs, or has not made this group under this name)" in text
 
 
 def rank_alive(pid: int) -> bool:
