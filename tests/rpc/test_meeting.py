@@ -12,7 +12,7 @@ from shoal.common.process_identity import ProcessIdentity
 from shoal.errors import RendezvousError, RendezvousTimeout, StoreError, UsageError
 from shoal.net import Deadline
 from shoal.rendezvous.point import checked_request, open_request
-from shoal.rpc.connection.meeting import WorkerEntry, WorkerMeeting, keys_of
+from shoal.rpc.connection.meeting import RankReleases, WorkerEntry, WorkerMeeting, keys_of
 from shoal.store import MemoryStore, Store, TCPStore, TCPStoreServer
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -208,3 +208,27 @@ def test_a_worker_that_could_not_join_has_not_joined_when_it_releases_the_store(
     entry = meeting._entry(0, 0.0)
     assert (entry.joined, entry.left) == (False, True)
     assert "there is no such device" in entry.failed
+
+
+def test_a_store_is_kept_until_all_ranks_have_released_it() -> None:
+    asked = [0]
+
+    def others_disconnected() -> bool:  # they are connected: they wait for the next meeting there
+        asked[0] += 1
+        return False
+
+    with TCPStoreServer() as server, TCPStore(server.host, server.port) as store, store.clone() as others:
+        stores = [store, others, others]
+        own, first, second = (RankReleases(stores[rank], rank, 3) for rank in range(3))
+        for releases in (own, first, second):
+            releases.withdraw()
+        for releases in (first, second):
+            releases.release(PATIENCE, None)
+        first.withdraw()  # rank 1 comes again
+        serving = threading.Thread(target=own.release, args=(PATIENCE, others_disconnected))
+        serving.start()
+        until(lambda: asked[0] > 3)
+        assert serving.is_alive()
+        first.release(PATIENCE, None)
+        serving.join(PATIENCE / 2)
+        assert not serving.is_alive()

@@ -16,7 +16,7 @@ from ..rendezvous.point import RendezvousPoint, open_point
 from .agent import Agent
 from .connection.device_maps import DeviceMaps
 from .connection.directory import checked_name
-from .connection.meeting import WorkerMeeting, keys_of, wait_until_disconnected
+from .connection.meeting import RankReleases, WorkerMeeting, keys_of
 
 #: default maximum number of handlers that run at once
 HANDLERS = 512
@@ -108,17 +108,22 @@ def join_at(
     place: RendezvousPoint,
     name: str,
     settings: dict[str, Any],
-    release_store: Callable[[float, Callable[[], bool] | None], None] = wait_until_disconnected,
+    release_store: Callable[[float, Callable[[], bool] | None], None] | None = None,
 ) -> Agent:
     """Make a worker with an open rendezvous point, which it closes when it is closed.
 
-    Before that, it calls ``release_store`` with a timeout in seconds and the venue's ``others_disconnected``.
+    Before that, it calls ``release_store`` with a timeout in seconds and the venue's ``others_disconnected``;
+    None: it releases the store itself.
     """
     rank = place.venue.rank
+    if release_store is None:
+        releases = RankReleases(place.store, rank, place.venue.size)
+        releases.withdraw()
+    leave = releases.release if release_store is None else release_store
 
     def release(timeout: float) -> None:
         try:
-            release_store(timeout, place.venue.others_disconnected)
+            leave(timeout, place.venue.others_disconnected)
         finally:
             place.close()
 

@@ -16,8 +16,9 @@ comparing the number of calls that it has made.  If all have, all were idle when
 idle worker makes no calls.  (Two equal counts: F. Mattern, "Algorithms for distributed termination
 detection", 1987.)
 
-The process that serves the store keeps it until all workers have released it.  It does not wait for the
-connections to end: the workers may already meet again at the same address, where they wait for a new store.
+The process that serves the store keeps it until all workers, or all ranks if workers join at any time, have
+released it.  It does not wait for the connections to end: the workers may already meet again at the same
+address, where they wait for a new store.
 """
 
 from __future__ import annotations
@@ -71,14 +72,36 @@ def keys_of(store: Store, kind: str, count: int) -> Store:
     return PrefixStore(f"rpc/workers/{kind}/{count}", store)
 
 
-def wait_until_disconnected(timeout: float, others_disconnected: Callable[[], bool] | None) -> None:
-    """If this process serves the store, wait until all others have disconnected, at most ``timeout`` seconds.
+class RankReleases:
+    """Which ranks have released the store, if workers join and leave it at any time.
 
-    ``others_disconnected``: that of the venue; None: another process serves the store.
+    Args:
+        store: of the job.
+        rank: of this process; None: it has none.
+        size: number of ranks; None: not known.
     """
-    deadline = Deadline(timeout)
-    while not (others_disconnected is None or others_disconnected() or deadline.expired):
-        time.sleep(_POLL_INTERVAL_S)
+
+    def __init__(self, store: Store, rank: int | None, size: int | None) -> None:
+        self._store = PrefixStore("rpc/released", store)
+        self._rank = rank
+        self._others = [str(each) for each in range(size or 0) if each != rank]
+
+    def withdraw(self) -> None:
+        """Announce that this rank needs the store, perhaps again."""
+        if self._rank is not None:
+            self._store.delete(str(self._rank))
+
+    def release(self, timeout: float, others_disconnected: Callable[[], bool] | None) -> None:
+        """As :meth:`WorkerMeeting.release_store`."""
+        deadline = Deadline(timeout)
+        self._store.timeout = min(timeout, CLOSE_TIMEOUT_S)
+        with contextlib.suppress(StoreError, WireError):  # the store was lost: nobody waits any more
+            if self._rank is not None:
+                self._store.set(str(self._rank), b"")
+            while not (others_disconnected is None or others_disconnected() or deadline.expired):
+                if self._others and self._store.check(self._others):
+                    return
+                time.sleep(_POLL_INTERVAL_S)
 
 
 def _wait_for_keys(
