@@ -25,6 +25,7 @@ from shoal.rendezvous import job_record, protocol, records, report_exit
 from shoal.rendezvous.point import agree_on_secret
 from shoal.rendezvous.protocol import Rendezvous
 from shoal.rendezvous.rounds import LocalProcesses
+from tests.support.waiting import PATIENCE, until
 
 from .together import all_well, meet_in, release_all, together
 
@@ -65,6 +66,30 @@ def test_the_members_share_a_store_of_their_own(store: MemoryStore) -> None:
     members[0].store.set("x", b"1")
     assert members[1].store.get("x") == b"1"
     assert not store.check(["x"])
+
+
+def test_the_rank_that_serves_the_store_waits_for_all_but_lost_ranks(store: MemoryStore) -> None:
+    asked = [0]
+
+    def others_disconnected() -> bool:  # a stopped process stays connected
+        asked[0] += 1
+        return False
+
+    calls = [
+        lambda: meet_in(store, 0, 3, others_disconnected=others_disconnected),
+        lambda: meet_in(store, 1, 3),
+        lambda: meet_in(store, 2, 3),
+    ]
+    first, second, lost = all_well(together(*calls))
+    first.lost.add(2)
+    serving = threading.Thread(target=first.release, args=(4 * PATIENCE,))
+    serving.start()
+    until(lambda: asked[0] > 3)
+    assert serving.is_alive()
+    second.release(PATIENCE)
+    serving.join(PATIENCE)
+    assert not serving.is_alive()
+    lost.release(1.0)
 
 
 def test_ranks_are_given_out_in_order_of_arrival(store: MemoryStore) -> None:

@@ -118,27 +118,6 @@ def test_rank_0_serves_until_the_others_are_done(free_port: int) -> None:
     assert together(early, late) == [None, None]
 
 
-def test_rank_0_does_not_serve_for_a_lost_rank(free_port: int) -> None:
-    first, second, lost = _meet_all(f"tcp://127.0.0.1:{free_port}", 3)
-    first.lost.add(2)
-    began = time.monotonic()
-    left = threading.Event()
-
-    def leave() -> None:
-        second.store.wait(["first is closing"])
-        left.set()
-        second.release(60.0)
-
-    def serve() -> None:
-        first.store.set("first is closing", b"")
-        first.release(60.0)
-        assert left.is_set()
-
-    assert together(serve, leave) == [None, None]
-    assert time.monotonic() - began < 30.0
-    lost.release(1.0)
-
-
 def test_when_rank_0_gives_up_the_others_hear_why(free_port: int) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
     with no_leaks():

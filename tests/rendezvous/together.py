@@ -76,9 +76,10 @@ def meet_in(
     job: str = "job",
     epoch: int = 0,
     host: str | None = None,
+    others_disconnected: Callable[[], bool] | None = None,
 ) -> Membership:
-    """One rank's meeting in a store in memory."""
-    venue = Venue(store.clone(), rank, size, job=job, epoch=epoch)
+    """One rank's meeting in a store in memory; with ``others_disconnected``, of the rank that serves it."""
+    venue = Venue(store.clone(), rank, size, job=job, epoch=epoch, others_disconnected=others_disconnected)
     return meet_at_place(RendezvousPoint.at(venue, request("memory://", timeout=timeout, host=host)))
 
 
