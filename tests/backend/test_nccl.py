@@ -543,4 +543,4 @@ def test_an_abort_that_waits_for_the_release_of_graphs_blocks_no_other_call() ->
             finally:
                 del replay
 
-    run(aborted, 2)
+    run(aborted, 1)  # of several ranks, one would abort the group while others still capture
