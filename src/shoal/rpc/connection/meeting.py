@@ -98,10 +98,18 @@ class RankReleases:
         with contextlib.suppress(StoreError, WireError):  # the store was lost: nobody waits any more
             if self._rank is not None:
                 self._store.set(str(self._rank), b"")
-            while not (others_disconnected is None or others_disconnected() or deadline.expired):
-                if self._others and self._store.check(self._others):
-                    return
-                time.sleep(_POLL_INTERVAL_S)
+            if others_disconnected is not None:
+                _wait_for_release(self._is_released, others_disconnected, deadline)
+
+    def _is_released(self) -> bool:
+        return bool(self._others) and self._store.check(self._others)
+
+
+def _wait_for_release(
+    is_released: Callable[[], bool], others_disconnected: Callable[[], bool], deadline: Deadline
+) -> None:
+    while not (is_released() or others_disconnected() or deadline.expired):
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _wait_for_keys(
@@ -254,10 +262,7 @@ class WorkerMeeting:
                 left = self._entry_call(**{**self._state, "leaving": False, "left": True})
                 self._store.together([left, Add("released", 1)])
                 return
-            while self._store.add("released", 0) < self._size - 1:
-                if others_disconnected() or deadline.expired:
-                    return
-                time.sleep(_POLL_INTERVAL_S)
+            _wait_for_release(self._is_released, others_disconnected, deadline)
 
     def wait_until_all_idle(self, agent: Agent, deadline: Deadline) -> None:
         """Wait until all have called this, and no call is pending or served at any of them.
@@ -287,6 +292,9 @@ class WorkerMeeting:
             raise
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _is_released(self) -> bool:
+        return self._store.add("released", 0) >= self._size - 1
 
     def _write_entry(self, **state: Any) -> None:
         self._store.together([self._entry_call(**state)])
