@@ -95,7 +95,7 @@ class QuickLauncher:
 
 
 def stderr_of(path: Path) -> str:
-    """What forks have written to a file as their stderr, without reports of leaks by nanobind.
+    """Return the text that forks wrote to a file as their stderr, without nanobind's reports of leaks.
 
     Triton 3.9, which some releases of torch import, reports its own objects in forks of a process that has
     imported it.
