@@ -92,21 +92,6 @@ std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, P
   return request;
 }
 
-// The request of a message of one plain tensor; nullopt in unusual or invalid cases.
-std::optional<Request> message_of(const Group& group, Kind kind, PyObject* x, long peer, long tag,
-                                  double seconds, Noted& noted) {
-  const bool sends = kind == Kind::kSend;
-  if (peer < (sends ? 0 : -1) || peer >= group.size() || peer == group.rank() || tag < 0 || tag > max_tag)
-    return std::nullopt;
-  const auto tensor = plain_tensor(x);
-  if (!tensor || tensor->shape.size() > kMaxDims) return std::nullopt;
-  Request request = message_request(kind, tensor->dtype, tensor->shape, static_cast<int>(peer),
-                                    static_cast<std::uint64_t>(tag), seconds);
-  (sends ? request.in : request.out).assign(1, tensor->span);
-  noted = {tensor->dtype, tensor->count};
-  return request;
-}
-
 bool truth(PyObject* object) {  // takes the reference
   const bool result = object == Py_True;
   if (object == nullptr) PyErr_Clear();
@@ -146,7 +131,7 @@ OperationPtr go(FastSubmit& self, Request request) {
 
 // A call from Python, and the first of its tensors.
 struct Given {
-  PyObject *kind, *in, *out;
+  PyObject *kind = nullptr, *in = nullptr, *out = nullptr;
   int root = -1, peer = -1;
   long long tag = -1;
   Noted noted = {};
@@ -225,6 +210,35 @@ PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count)
   }
 }
 
+// The request of a message of one plain tensor with the arguments kind, x, peer, tag and timeout; nullopt in
+// unusual or invalid cases.
+std::optional<Request> message_of(const Group& group, PyObject* const* arguments, Given& call) {
+  const auto kind = static_cast<Kind>(PyLong_AsLong(arguments[0]));
+  if (!PyLong_CheckExact(arguments[2]) || !PyLong_CheckExact(arguments[3])) return std::nullopt;
+  const long peer = PyLong_AsLong(arguments[2]), tag = PyLong_AsLong(arguments[3]);
+  if (PyErr_Occurred()) {  // too large for a long
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  const double seconds = seconds_of(arguments[4]);
+  const bool sends = kind == Kind::kSend;
+  if (seconds == 0 || peer < (sends ? 0 : -1) || peer >= group.size() || peer == group.rank() || tag < 0 ||
+      tag > max_tag)
+    return std::nullopt;
+  const auto tensor = plain_tensor(arguments[1]);
+  if (!tensor || tensor->shape.size() > kMaxDims) return std::nullopt;
+  Request request = message_request(kind, tensor->dtype, tensor->shape, static_cast<int>(peer),
+                                    static_cast<std::uint64_t>(tag), seconds);
+  (sends ? request.in : request.out).assign(1, tensor->span);
+  call = {.kind = arguments[0],
+          .in = sends ? arguments[1] : Py_None,
+          .out = sends ? Py_None : arguments[1],
+          .peer = static_cast<int>(peer),
+          .tag = tag,
+          .noted = {tensor->dtype, tensor->count}};
+  return request;
+}
+
 // message(kind, x, peer, tag, timeout): a future, or None if the call must take the slow path.
 PyObject* message(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   FastSubmit& self = *as_shortcut(object);
@@ -232,25 +246,27 @@ PyObject* message(PyObject* object, PyObject* const* arguments, Py_ssize_t count
     PyErr_SetString(PyExc_TypeError, "message takes kind, x, peer, tag and timeout");
     return nullptr;
   }
-  const auto kind = static_cast<Kind>(PyLong_AsLong(arguments[0]));
-  if (!PyLong_CheckExact(arguments[2]) || !PyLong_CheckExact(arguments[3])) Py_RETURN_NONE;
-  const long peer = PyLong_AsLong(arguments[2]), tag = PyLong_AsLong(arguments[3]);
-  if (PyErr_Occurred()) {  // too large for a long
-    PyErr_Clear();
-    Py_RETURN_NONE;
-  }
-  const double seconds = seconds_of(arguments[4]);
-  const bool sends = kind == Kind::kSend;
-  if (seconds == 0 || !(sends ? self.sends : self.receives) || !can_submit(self)) Py_RETURN_NONE;
-  Given call{.kind = arguments[0],
-             .in = sends ? arguments[1] : Py_None,
-             .out = sends ? Py_None : arguments[1],
-             .peer = static_cast<int>(peer),
-             .tag = tag};
+  if (!can_submit(self)) Py_RETURN_NONE;
   try {
-    auto request = message_of(*self.group, kind, arguments[1], peer, tag, seconds, call.noted);
-    if (!request) Py_RETURN_NONE;
+    Given call;
+    auto request = message_of(*self.group, arguments, call);
+    if (!request || !(request->kind == Kind::kSend ? self.sends : self.receives)) Py_RETURN_NONE;
     return future_of(self, call, std::move(*request));
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+// accepts(kind, x, peer, tag, timeout): whether these are usual, valid arguments of `message`.
+PyObject* accepts(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  const FastSubmit& self = *as_shortcut(object);
+  if (count != 5) {
+    PyErr_SetString(PyExc_TypeError, "accepts takes kind, x, peer, tag and timeout");
+    return nullptr;
+  }
+  try {
+    Given call;
+    return PyBool_FromLong(self.group && message_of(*self.group, arguments, call));
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
@@ -308,6 +324,7 @@ void dealloc(PyObject* object) {
 PyMethodDef methods[] = {
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit)), METH_FASTCALL, nullptr},
     {"message", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(message)), METH_FASTCALL, nullptr},
+    {"accepts", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(accepts)), METH_FASTCALL, nullptr},
     {"detach", detach, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.backend.base import DataChannel
 from shoal.errors import UsageError
-from shoal.future import wait_all
+from shoal.future import Future, wait_all
 from shoal.group import Message, ProcessGroup
 from shoal.spec import Operation, OpKind
 
@@ -66,6 +68,36 @@ def test_a_batch_with_bad_input_sends_nothing() -> None:
     assert channel.operations == []
     assert batch.futures == []
     group.close()
+
+
+def test_a_batch_of_plain_tensors_takes_the_fast_path_after_the_first(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(group: ProcessGroup) -> list[int]:
+        peer = 1 - group.rank
+        slow: list[int] = []
+        submit = group._submitter.submit_messages
+
+        def counted(messages: Sequence[Operation]) -> list[Future[Any]]:
+            slow.append(len(messages))
+            return submit(messages)
+
+        monkeypatch.setattr(group._submitter, "submit_messages", counted)
+        for plain in (True, True, False):
+            first, second = torch.zeros(2), torch.zeros(2) if plain else torch.zeros(2, 2)[:, 0]
+            with group.batch() as batch:
+                batch.send(torch.full((2,), 1.0 + group.rank), peer)
+                batch.recv(first, peer)
+                batch.send(torch.full((2,), 3.0 + group.rank), peer)
+                batch.recv(second, peer)
+            values = batch.wait(20)
+            assert values[0] is values[2] is None
+            assert values[1] is first
+            assert values[3] is second
+            assert [first.tolist(), second.tolist()] == [[1.0 + peer] * 2, [3.0 + peer] * 2]
+        return slow
+
+    assert worlds(2).run(exchange) == [[1, 1, 4]] * 2
 
 
 def test_messages_overtake_collectives_that_wait(worlds: Worlds) -> None:

@@ -100,6 +100,9 @@ class Shortcut(Protocol):
     ) -> Future[Any] | None:
         """Submit and record a SEND or RECV of one tensor; arguments and result as in :meth:`submit`."""
 
+    def accepts(self, kind: OpKind, x: torch.Tensor | None, peer: int, tag: int, timeout: float) -> bool:
+        """Whether the arguments are valid and such as :meth:`message` takes; it may still return None."""
+
 
 class NoShortcut:
     """The shortcut of a channel without a fast path."""
@@ -115,6 +118,9 @@ class NoShortcut:
         """Return None."""
 
     message = submit
+
+    def accepts(self, *call: object) -> bool:
+        return False
 
 
 @refuses_copies("a channel", "operations of a group", "Keep it outside of the object that you copy")

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.autograd import profiler
 
 from ..common.copy_refusal import refuses_copies
 from ..errors import UsageError
 from ..future import Future, wait_all
-from ..spec import ANY_SOURCE, Operation
+from ..spec import ANY_SOURCE, Operation, OpKind
 from .staging import Staging
 
 if TYPE_CHECKING:
     from .operations import TensorOperations
+
+#: The kind, tensor, peer, tag and timeout of a message, as given by the user.
+_Arguments: TypeAlias = tuple[OpKind, Any, int, int, float | None]
+#: The operation of a message, and the function from the operation's future to the user's.
+_Checked: TypeAlias = tuple[Operation, Callable[[Future[Any]], Future[Any]]]
 
 
 @refuses_copies("a Batch", "operations of a group", "Make another Batch")
@@ -32,16 +38,14 @@ class Batch:
 
     def __init__(self, group: TensorOperations) -> None:
         self._group = group
-        self._operations: list[Operation] = []
-        self._finishers: list[Callable[[Future[Any]], Future[Any]]] = []
+        self._messages: list[_Arguments] = []
+        #: The checked messages; None for those that the fast path takes.
+        self._checked: list[_Checked | None] = []
         self._futures: list[Future[Any]] | None = None
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Add a send; arguments as in ``ProcessGroup.send``."""
-        self._open()
-        call = self._group._call("batch.send")
-        self._operations.append(self._group._send_operation(call, x, dst, tag, timeout))
-        self._finishers.append(lambda future: future)
+        self._add((OpKind.SEND, x, dst, tag, timeout))
 
     def recv(
         self,
@@ -52,13 +56,45 @@ class Batch:
         timeout: float | None = None,
     ) -> None:
         """Add a receive; arguments as in ``ProcessGroup.recv``."""
+        self._add((OpKind.RECV, x, src, tag, timeout))
+
+    def _add(self, message: _Arguments) -> None:
         self._open()
+        quick = not profiler._is_profiler_enabled and self._group._shortcut.accepts(*self._timed(message))
+        self._checked.append(None if quick else self._check(message))
+        self._messages.append(message)
+
+    def _timed(self, message: _Arguments) -> tuple[OpKind, Any, int, int, float]:
+        kind, x, peer, tag, timeout = message
+        return kind, x, peer, tag, self._group._timeout if timeout is None else timeout
+
+    def _check(self, message: _Arguments) -> _Checked:
+        """Return the operation of a message, and what makes the future of its value of the operation's."""
+        group, (kind, x, peer, tag, timeout) = self._group, message
+        if kind is OpKind.SEND:
+            call = group._call("batch.send")
+            return group._send_operation(call, x, peer, tag, timeout), lambda future: future
         staging = Staging()
-        call = self._group._call("batch.recv")
-        self._operations.append(self._group._recv_operation(call, x, src, tag, timeout, staging))
-        self._finishers.append(
-            lambda future: self._group._received(future, x, staging, lambda message: message.tensor)
+        operation = group._recv_operation(group._call("batch.recv"), x, peer, tag, timeout, staging)
+        return operation, lambda future: group._received(future, x, staging, lambda arrived: arrived.tensor)
+
+    def _submit(self) -> list[Future[Any]]:
+        if all(checked is None for checked in self._checked):
+            return [
+                self._group._shortcut.message(*self._timed(message))
+                or self._submit_checked([self._check(message)])[0]
+                for message in self._messages
+            ]
+        return self._submit_checked(
+            [
+                checked or self._check(message)
+                for checked, message in zip(self._checked, self._messages, strict=True)
+            ]
         )
+
+    def _submit_checked(self, messages: list[_Checked]) -> list[Future[Any]]:
+        submitted = self._group._submitter.submit_messages([operation for operation, _ in messages])
+        return [finish(future) for (_, finish), future in zip(messages, submitted, strict=True)]
 
     @property
     def futures(self) -> list[Future[Any]]:
@@ -85,5 +121,4 @@ class Batch:
         if kind is not None:
             self._futures = []
             return
-        submitted = self._group._submitter.submit_messages(self._operations)
-        self._futures = [finish(future) for finish, future in zip(self._finishers, submitted, strict=True)]
+        self._futures = self._submit()
