@@ -41,20 +41,83 @@ struct FastSubmit {
 
 FastSubmit* as_shortcut(PyObject* object) { return reinterpret_cast<FastSubmit*>(object); }
 
+// The tensors that a call reads, or writes: none, one, or a tuple of one for each rank.
+struct Side {
+  std::vector<Span> spans;
+  PlainTensor first;
+  bool listed = false;
+
+  bool none() const { return spans.empty(); }
+  bool one() const { return !none() && !listed; }
+  std::uint64_t count() const { return first.count * spans.size(); }
+
+  // Whether two of the tensors share memory.
+  bool overlaps() const {
+    for (std::size_t i = 1; i < spans.size(); ++i)
+      for (std::size_t j = 0; j < i; ++j)
+        if (overlap(spans[i], spans[j])) return true;
+    return false;
+  }
+
+  // Takes a tensor, a tuple or None; false for unusual tensors, and for those that differ in dtype or size.
+  bool take(PyObject* given, int ranks) {
+    if (given == Py_None) return true;
+    listed = PyTuple_CheckExact(given);
+    const Py_ssize_t size = listed ? PyTuple_GET_SIZE(given) : 1;
+    if (listed && size != ranks) return false;
+    spans.reserve(static_cast<std::size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const auto tensor = plain_tensor(listed ? PyTuple_GET_ITEM(given, i) : given);
+      if (!tensor) return false;
+      if (i == 0) first = *tensor;
+      if (tensor->dtype != first.dtype || tensor->count != first.count) return false;
+      spans.push_back(tensor->span);
+    }
+    return true;
+  }
+};
+
+bool apart(const Side& in, const Side& out) {
+  return std::ranges::none_of(out.spans, [&](const Span& written) {
+    return std::ranges::any_of(in.spans, [&](const Span& read) { return overlap(written, read); });
+  });
+}
+
 // The count that must be equal on all ranks (see backend/native/channel.py); nullopt if the tensors mismatch.
-std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
+// Their kinds and numbers are those of the table in src/shoal/spec.py.
+std::optional<std::uint64_t> count_of(Kind kind, const Side& in, const Side& out, int size, bool is_root) {
   const auto ranks = static_cast<std::uint64_t>(size);
+  // One tensor, and one part of it for each rank.
+  const auto part = [&](const Side& whole, const Side& parts) -> std::optional<std::uint64_t> {
+    const std::uint64_t count = parts.listed ? whole.first.count : whole.first.count * ranks;
+    return whole.one() && !parts.none() && parts.first.count == count ? std::optional(whole.first.count)
+                                                                      : std::nullopt;
+  };
+  // The same, with a list that only the root has.
+  const auto at_root = [&](const Side& whole, const Side& parts) -> std::optional<std::uint64_t> {
+    if (is_root) return parts.listed ? part(whole, parts) : std::nullopt;
+    return whole.one() && parts.none() ? std::optional(whole.first.count) : std::nullopt;
+  };
   switch (kind) {
     case Kind::kAllReduce:
+      return in.one() && out.one() ? std::optional(out.count()) : std::nullopt;
     case Kind::kBroadcast:
-      return out.count;
+      return (is_root ? in.one() : in.none()) && out.one() ? std::optional(out.count()) : std::nullopt;
+    case Kind::kReduce:
+      return in.one() && (is_root ? out.one() : out.none()) ? std::optional(in.count()) : std::nullopt;
     case Kind::kAllGather:
-      return out.count == in.count * ranks ? std::optional(in.count) : std::nullopt;
+      return part(in, out);
     case Kind::kReduceScatter:
-      return in.count == out.count * ranks ? std::optional(out.count) : std::nullopt;
+      return part(out, in);
+    case Kind::kGather:
+      return at_root(in, out);
+    case Kind::kScatter:
+      return at_root(out, in);
     case Kind::kAllToAll: {
-      const bool cut = !in.shape.empty() && in.shape[0] % size == 0;
-      return cut && std::ranges::equal(in.shape, out.shape) ? std::optional(std::uint64_t{0}) : std::nullopt;
+      const bool cut = in.one() && out.one() && !in.first.shape.empty() && in.first.shape[0] % size == 0 &&
+                       std::ranges::equal(in.first.shape, out.first.shape);
+      const bool listed = in.listed && out.listed && in.first.count == out.first.count;
+      return cut || listed ? std::optional(std::uint64_t{0}) : std::nullopt;
     }
     default:
       return std::nullopt;
@@ -67,28 +130,31 @@ struct Noted {
   std::uint64_t count = 0;
 };
 
-// The request of a collective with at most one plain tensor each way; nullopt in unusual or invalid cases.
+// The request of a collective with plain tensors; nullopt in unusual or invalid cases.
 std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, PyObject* out, RedOp op,
                                   int root, double seconds, Noted& noted) {
   if (op == RedOp::kPremulSum || root >= group.size()) return std::nullopt;
-  // Only a barrier has no output, and only a broadcast's receiver has no input: otherwise None is an error.
-  const bool barrier = kind == Kind::kBarrier, given = in != Py_None;
+  if (kind == Kind::kBarrier)
+    return in == Py_None && out == Py_None
+               ? std::optional(collective_request(group, kind, {}, op, 0, root, seconds))
+               : std::nullopt;
   // Python connects the mover when it submits the first collective that is moved.
-  if (group.moved() && !barrier && group.mover() == nullptr) return std::nullopt;
-  if ((out == Py_None) != barrier || (!given && !barrier && kind != Kind::kBroadcast)) return std::nullopt;
-  if (barrier) return collective_request(group, kind, {}, op, 0, root, seconds);
-  const auto to = plain_tensor(out);
-  if (!to) return std::nullopt;
-  const auto from = !given || in == out ? to : plain_tensor(in);
-  if (!from || from->dtype != to->dtype || (in != out && given && overlap(from->span, to->span)))
-    return std::nullopt;
-  if (!legal(to->dtype, op)) return std::nullopt;
-  const auto count = count_of(kind, *from, *to, group.size());
-  if (!count) return std::nullopt;
-  Request request = collective_request(group, kind, to->dtype, op, *count, root, seconds);
-  if (given) request.in.assign(1, from->span);
-  request.out.assign(1, to->span);
-  noted = {to->dtype, from->count};
+  if (group.moved() && group.mover() == nullptr) return std::nullopt;
+  // In other operations members write the output before all have read the input.
+  const bool in_place =
+      in == out && (kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kBroadcast);
+  Side from, to;
+  if (!to.take(out, group.size()) || !(in_place || from.take(in, group.size()))) return std::nullopt;
+  if (in_place) from = to;
+  const auto count = count_of(kind, from, to, group.size(), root == group.rank());
+  const Side& some = from.none() ? to : from;
+  if (!count || !legal(some.first.dtype, op)) return std::nullopt;
+  if (!from.none() && !to.none() && from.first.dtype != to.first.dtype) return std::nullopt;
+  if (to.overlaps() || !(in_place || apart(from, to))) return std::nullopt;
+  noted = {some.first.dtype, some.count()};
+  Request request = collective_request(group, kind, some.first.dtype, op, *count, root, seconds);
+  request.in = std::move(from.spans);
+  request.out = std::move(to.spans);
   return request;
 }
 
@@ -144,8 +210,11 @@ PyObject* future_of(FastSubmit& self, const Given& call, Request request) {
   nb::object keep = one ? nb::borrow(call.out == Py_None ? call.in : call.out)
                         : nb::steal(PyTuple_Pack(2, call.in, call.out));
   nb::object source, future, record;
-  if (keep.is_valid()) source = nb::steal(reinterpret_cast<PyObject*>(new_source(self.channel, keep.ptr())));
-  if (source.is_valid()) future = nb::steal(new_future(reinterpret_cast<Source*>(source.ptr()), call.out));
+  const nb::object value =
+      PyTuple_CheckExact(call.out) ? nb::steal(PySequence_List(call.out)) : nb::borrow(call.out);
+  if (keep.is_valid() && value.is_valid())
+    source = nb::steal(reinterpret_cast<PyObject*>(new_source(self.channel, keep.ptr())));
+  if (source.is_valid()) future = nb::steal(new_future(reinterpret_cast<Source*>(source.ptr()), value.ptr()));
   const bool recorded = self.append != Py_None;
   if (future.is_valid() && recorded)
     record = nb::steal(reinterpret_cast<PyObject*>(new_record({
@@ -184,6 +253,11 @@ double seconds_of(PyObject* timeout) {
   return seconds > 0 ? seconds : 0.0;
 }
 
+// The tensor or tensors of a call, which the program cannot exchange meanwhile.
+nb::object fixed(PyObject* given) {
+  return PyList_CheckExact(given) ? nb::steal(PyList_AsTuple(given)) : nb::borrow(given);
+}
+
 // submit(kind, x, out, op, root, timeout): a future, or None if the call must take the slow path.
 PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   FastSubmit& self = *as_shortcut(object);
@@ -199,7 +273,9 @@ PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count)
   const double seconds = seconds_of(arguments[5]);
   // A group's first call may be monitored.
   if (!plain || seconds == 0 || self.number == 0 || !can_submit(self)) Py_RETURN_NONE;
-  Given call{.kind = arguments[0], .in = arguments[1], .out = arguments[2], .root = static_cast<int>(root)};
+  const nb::object in = fixed(arguments[1]), out = fixed(arguments[2]);
+  if (!in.is_valid() || !out.is_valid()) return nullptr;
+  Given call{.kind = arguments[0], .in = in.ptr(), .out = out.ptr(), .root = static_cast<int>(root)};
   try {
     auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
                               static_cast<RedOp>(op), call.root, seconds, call.noted);

@@ -281,8 +281,8 @@ class Shortcut:
     def submit(
         self,
         kind: OpKind,
-        x: Tensor | None,
-        out: Tensor | None,
+        x: Tensor | Sequence[Tensor] | None,
+        out: Tensor | Sequence[Tensor] | None,
         op: int,
         root: int,
         timeout: float,

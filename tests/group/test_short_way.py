@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from tests.support.topologies import TOPOLOGIES, topology_options
 from .worlds import Worlds
 
 SIZE = 3
+
+#: Makes a tensor of the given values.
+Make: TypeAlias = Callable[[list[float]], torch.Tensor]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -40,6 +44,169 @@ def test_overlapping_buffers_are_gathered_as_if_they_were_apart(worlds: Worlds, 
         assert out.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
 
     worlds(SIZE, **topology_options(topology, SIZE)).run(collective)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_all_to_all_in_place_sends_what_was_there_before(worlds: Worlds, registered: bool) -> None:
+    def collective(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        part = 50_000
+        own = torch.arange(part * SIZE, dtype=torch.float32)
+        for i in range(20):
+            x = group.empty(part * SIZE) if registered else torch.empty(part * SIZE)
+            x.copy_(own + (group.rank + i))
+            group.all_to_all_single(x, x).wait()
+            begin = group.rank * part
+            expected = [own[begin : begin + part] + (rank + i) for rank in range(SIZE)]
+            assert torch.equal(x, torch.cat(expected))
+
+    worlds(SIZE).run(collective)
+
+
+#: Collectives of lists, and of a root: called with the group, a function that makes a tensor of given values,
+#: and the root; each returns the value of its future.
+LISTS: dict[str, Callable[[ProcessGroup, Make, int], Any]] = {
+    "reduce": lambda group, make, root: group.reduce(make([1, group.rank]), root).wait(),
+    "reduce max": lambda group, make, root: group.reduce(make([group.rank, 1]), root, "max").wait(),
+    "all_gather": lambda group, make, _: group.all_gather(
+        [make([0, 0]) for _ in range(SIZE)], make([group.rank, 1])
+    ).wait(),
+    "all_gather alone": lambda group, make, _: group.all_gather(make([group.rank, 1])).wait(),
+    "reduce_scatter": lambda group, make, _: group.reduce_scatter(
+        make([0, 0]), [make([rank, group.rank]) for rank in range(SIZE)]
+    ).wait(),
+    "gather": lambda group, make, root: group.gather(
+        make([group.rank, 1]), [make([0, 0]) for _ in range(SIZE)] if group.rank == root else None, root
+    ).wait(),
+    "gather alone": lambda group, make, root: group.gather(make([group.rank, 1]), root=root).wait(),
+    "scatter": lambda group, make, root: group.scatter(
+        make([0, 0]), [make([rank, 7]) for rank in range(SIZE)] if group.rank == root else None, root
+    ).wait(),
+    "all_to_all": lambda group, make, _: group.all_to_all(
+        [make([0, 0]) for _ in range(SIZE)], tuple(make([group.rank, rank]) for rank in range(SIZE))
+    ).wait(),
+}
+_SUMS = [float(SIZE), float(sum(range(SIZE)))]
+EXPECTED: dict[str, Callable[[int, int], Any]] = {
+    "reduce": lambda rank, root: _SUMS if rank == root else None,
+    "reduce max": lambda rank, root: [SIZE - 1.0, 1.0] if rank == root else None,
+    "all_gather": lambda rank, root: [[float(each), 1.0] for each in range(SIZE)],
+    "all_gather alone": lambda rank, root: [[float(each), 1.0] for each in range(SIZE)],
+    "reduce_scatter": lambda rank, root: [float(SIZE * rank), _SUMS[1]],
+    "gather": lambda rank, root: [[float(each), 1.0] for each in range(SIZE)] if rank == root else None,
+    "gather alone": lambda rank, root: [[float(each), 1.0] for each in range(SIZE)] if rank == root else None,
+    "scatter": lambda rank, root: [float(rank), 7.0],
+    "all_to_all": lambda rank, root: [[float(each), float(rank)] for each in range(SIZE)],
+}
+
+
+def plain(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def strided(values: list[float]) -> torch.Tensor:
+    """Return a tensor that only the long way takes."""
+    return plain([each for value in values for each in (value, -1.0)])[::2]
+
+
+def listed(value: torch.Tensor | list[torch.Tensor] | None) -> Any:
+    return (
+        [x.tolist() for x in value] if isinstance(value, list) else value if value is None else value.tolist()
+    )
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("name", LISTS)
+def test_collectives_of_lists_and_of_roots_go_either_way(worlds: Worlds, name: str, topology: str) -> None:
+    """On every rank the short way, then on one rank the long one, then on all."""
+
+    def collective(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        for root in range(SIZE):
+            for long in ((), (1,), range(SIZE)):
+                make = strided if group.rank in long else plain
+                assert listed(LISTS[name](group, make, root)) == EXPECTED[name](group.rank, root)
+        assert group.recorder is not None
+        short, other = (group.recorder.entries()[i] for i in (-3, -1))
+        for field in ("kind", "dtype", "count", "root", "peer", "tag", "state", "failure"):
+            assert getattr(short, field) == getattr(other, field)
+
+    worlds(SIZE, **topology_options(topology, SIZE)).run(collective)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_collectives_of_lists_and_of_roots_take_the_short_way(
+    worlds: Worlds, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def collective(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        monkeypatch.setattr(group._submitter, "submit", None)
+        assert listed(LISTS[name](group, plain, 1)) == EXPECTED[name](group.rank, 1)
+
+    worlds(SIZE).run(collective)
+
+
+def test_lists_may_be_changed_once_the_call_has_returned(worlds: Worlds) -> None:
+    def collective(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        out, inputs = [torch.zeros(1) for _ in range(SIZE)], [torch.ones(1) for _ in range(SIZE)]
+        future = group.all_to_all(out, inputs)
+        first = out[0]
+        out.clear()
+        inputs.clear()
+        assert future.wait()[0] is first
+        assert listed(future.wait()) == [[1.0]] * SIZE
+
+    worlds(SIZE).run(collective)
+
+
+def test_wrong_lists_are_refused_as_ever(worlds: Worlds) -> None:
+    def collective(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        x, xs = torch.ones(2), [torch.ones(2) for _ in range(SIZE)]
+        root = group.rank
+        for wrong in (
+            lambda: group.all_gather([x] * SIZE, torch.ones(2)),
+            lambda: group.all_gather(xs[1:], x),
+            lambda: group.all_gather(xs, torch.ones(3)),
+            lambda: group.all_gather(xs, torch.ones(2, dtype=torch.int32)),
+            lambda: group.reduce_scatter(x, xs[1:]),
+            lambda: group.reduce_scatter(torch.ones(3), xs),
+            lambda: group.reduce_scatter(x, x),  # type: ignore[arg-type]
+            lambda: group.gather(x, [x] * SIZE, root),
+            lambda: group.gather(x, xs, (root + 1) % SIZE),
+            lambda: group.scatter(x, None, root),
+            lambda: group.scatter(x, xs, (root + 1) % SIZE),
+            lambda: group.scatter(torch.ones(3), xs, root),
+            lambda: group.all_to_all(xs, xs[:1] * 2),
+            lambda: group.all_to_all([x] * SIZE, xs),
+            lambda: group.reduce([1.0]),  # type: ignore[arg-type]
+            lambda: group.reduce(x, SIZE),
+        ):
+            with pytest.raises(UsageError):
+                wrong()
+        assert group.all_reduce(x).wait().tolist() == [SIZE] * 2
+
+    worlds(SIZE).run(collective)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_inputs_may_share_memory_with_outputs(worlds: Worlds, registered: bool) -> None:
+    def collective(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        for _ in range(10):
+            memory = group.empty(SIZE * 50_000) if registered else torch.empty(SIZE * 50_000)
+            parts = list(memory.chunk(SIZE))
+            for rank, part in enumerate(parts):
+                part.fill_(float(10 * group.rank + rank))
+            group.all_to_all(parts, parts).wait()
+            assert [part.unique().tolist() for part in parts] == [
+                [10.0 * i + group.rank] for i in range(SIZE)
+            ]
+            group.all_gather(parts, parts[1]).wait()
+            assert [part.unique().tolist() for part in parts] == [[10.0 + i] for i in range(SIZE)]
+
+    worlds(SIZE).run(collective)
 
 
 def test_wrong_arguments_are_refused_as_ever_and_leave_the_group_usable(worlds: Worlds) -> None:

@@ -79,13 +79,13 @@ class Shortcut(Protocol):
     def submit(
         self,
         kind: OpKind,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
+        x: torch.Tensor | Sequence[torch.Tensor] | None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None,
         op: int,
         root: int,
         timeout: float,
     ) -> Future[Any] | None:
-        """Submit, number and record a collective with at most one input and one output tensor.
+        """Submit, number and record a collective with at most one tensor, or list of tensors, each way.
 
         ``x``, ``out`` and ``timeout`` are the user's unvalidated arguments; ``x is out`` if the operation is
         in place.  ``op`` is the code of the reduction.

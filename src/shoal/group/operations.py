@@ -142,12 +142,16 @@ class TensorOperations:
         """
         call = self._call("reduce")
         root = call.named_root(root, "dst", dst)
+        reduction = ReduceOp.of(op)
+        output = x if self._rank == root else None
+        if (future := self._quick(OpKind.REDUCE, x, output, reduction, root, timeout)) is not None:
+            return future
+        call.tensor(x, "x")
         self._warn_of_gradients(call.name, x)
         if self._rank == root:
             call.output(x, "x")
-            return self._in_place(OpKind.REDUCE, x, timeout, call.reduction(op, x.dtype), root)
-        call.tensor(x, "x")
-        reduction = call.reduction(op, x.dtype)
+            return self._in_place(OpKind.REDUCE, x, timeout, call.reduction(reduction, x.dtype), root)
+        call.reduction(reduction, x.dtype)
         sources = [readable(x)]
         if reduction.code == _PREMUL_SUM:
             self._submitter.check_operation(timeout)
@@ -219,14 +223,16 @@ class TensorOperations:
         if x is None:
             out, x = None, out
         call = self._call("all_gather")
+        if out is None:
+            call.tensor(x, "x")
+            out = [x.new_empty(x.shape) for _ in range(self._size)]
+        if (future := self._quick(_ALL_GATHER, x, out, SUM, -1, timeout)) is not None:
+            return future
         call.tensor(x, "x")
         self._warn_of_gradients(call.name, x)
-        if out is None:
-            out = [x.new_empty(x.shape) for _ in range(self._size)]
-        else:
-            call.tensors(out, "out", outputs=True)
-            call.same_dtype(x, "x", out[0], "out[0]")
-            call.count(out[self._rank], f"out[{self._rank}]", x.numel(), "the size of x")
+        call.tensors(out, "out", outputs=True)
+        call.same_dtype(x, "x", out[0], "out[0]")
+        call.count(out[self._rank], f"out[{self._rank}]", x.numel(), "the size of x")
         sizes = [part.numel() for part in out]
         return self._scatter_gather(OpKind.ALL_GATHER, [x], out, list(out), timeout, sizes=sizes)
 
@@ -279,13 +285,16 @@ class TensorOperations:
             A future of ``out``.
         """
         call = self._call("reduce_scatter")
+        reduction = ReduceOp.of(op)
+        if (future := self._quick(_REDUCE_SCATTER, inputs, out, reduction, -1, timeout)) is not None:
+            return future
         call.tensors(inputs, "inputs")
         self._warn_of_gradients(call.name, *inputs)
         call.output(out, "out")
         call.same_dtype(out, "out", inputs[0], "inputs[0]")
         part = inputs[self._rank].numel()
         call.count(out, "out", part, f"the size of inputs[{self._rank}]")
-        reduction = call.reduction(op, out.dtype)
+        call.reduction(reduction, out.dtype)
         sizes = [x.numel() for x in inputs]
         return self._scatter_gather(
             OpKind.REDUCE_SCATTER, inputs, [out], out, timeout, reduction, sizes=sizes
@@ -355,6 +364,12 @@ class TensorOperations:
         """
         call = self._call("gather")
         root = call.named_root(root, "dst", dst)
+        if sizes is None:
+            if out is None and self._rank == root:
+                call.tensor(x, "x")
+                out = [x.new_empty(x.shape) for _ in range(self._size)]
+            if (future := self._quick(OpKind.GATHER, x, out, SUM, root, timeout)) is not None:
+                return future
         call.tensor(x, "x")
         self._warn_of_gradients(call.name, x)
         counts = call.sizes(sizes, x.numel(), "x")
@@ -363,8 +378,7 @@ class TensorOperations:
                 call.refuse(f"only root, rank {root}, passes out")
             return self._scatter_gather(OpKind.GATHER, [x], [], None, timeout, root=root, sizes=counts)
         if out is None:
-            shapes = [x.shape] * self._size if sizes is None else [torch.Size([count]) for count in counts]
-            out = [x.new_empty(shape) for shape in shapes]
+            out = [x.new_empty(count) for count in counts]
         else:
             call.tensors(out, "out", outputs=True)
             call.same_dtype(x, "x", out[0], "out[0]")
@@ -398,6 +412,10 @@ class TensorOperations:
         """
         call = self._call("scatter")
         root = call.named_root(root, "src", src)
+        if sizes is None and (
+            (future := self._quick(OpKind.SCATTER, inputs, out, SUM, root, timeout)) is not None
+        ):
+            return future
         call.output(out, "out")
         counts = call.sizes(sizes, out.numel(), "out")
         if self._rank != root:
@@ -428,6 +446,8 @@ class TensorOperations:
             A future of the list ``out``.
         """
         call = self._call("all_to_all")
+        if (future := self._quick(_ALL_TO_ALL, inputs, out, SUM, -1, timeout)) is not None:
+            return future
         call.tensors(inputs, "inputs")
         self._warn_of_gradients(call.name, *inputs)
         call.tensors(out, "out", outputs=True)
@@ -570,6 +590,21 @@ class TensorOperations:
         return self._recv("recv_message", x, src, tag, timeout, lambda message: message)
 
     # -- shared --------------------------------------------------------------------------------
+
+    def _quick(
+        self, kind: OpKind, x: Any, out: Any, op: ReduceOp, root: int, timeout: float | None
+    ) -> Future[Any] | None:
+        """Submit a collective by the fast path; None if it must be checked and submitted as usual.
+
+        Args:
+            x, out: the user's tensor, or list of a tensor for each rank, or None.
+        """
+        inputs = x if isinstance(x, (list, tuple)) else (x,)
+        if profiler._is_profiler_enabled or any(getattr(each, "requires_grad", False) for each in inputs):
+            return None
+        return self._shortcut.submit(
+            kind, x, out, op.code, root, self._timeout if timeout is None else timeout
+        )
 
     def _in_place(
         self, kind: OpKind, x: torch.Tensor, timeout: float | None, op: ReduceOp, root: int = -1
