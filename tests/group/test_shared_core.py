@@ -17,19 +17,24 @@ from shoal.testing.processes import run_processes
 TURNS = 200
 
 
-def quickest(turn: Callable[[], object]) -> float:
-    """The time of a turn in the quickest of several rounds, in seconds."""
-    times = []
+def quickest(turn: Callable[[], object]) -> tuple[float, float]:
+    """The time of a turn in the quickest of several rounds, in seconds, and the share of it in which this process
+    computed.
+    """
+    rounds = []
     for _ in range(10):
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), time.process_time()
         for _ in range(TURNS):
             turn()
-        times.append(time.perf_counter() - start)
-    return min(times) / TURNS
+        rounds.append((time.perf_counter() - start, time.process_time() - computed))
+    taken, computed = min(rounds)
+    return taken / TURNS, computed / taken
 
 
-def time_of_messages_and_of_pipes(group: ProcessGroup, folder: Path) -> tuple[float, float]:
-    """The time in which both ranks, on one core, send each other a message; the same by two pipes."""
+def time_of_messages_and_of_pipes(group: ProcessGroup, folder: Path) -> tuple[float, float, float]:
+    """The time in which both ranks, on one core, send each other a message; this rank's share of the core
+    meanwhile; the time in which they do the same by two pipes.
+    """
     core = min(os.sched_getaffinity(0))
     for task in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it has just ended
@@ -50,7 +55,7 @@ def time_of_messages_and_of_pipes(group: ProcessGroup, folder: Path) -> tuple[fl
         if group.rank == 1:
             os.write(others, b"x")
 
-    return quickest(messages), quickest(pipes)
+    return *quickest(messages), quickest(pipes)[0]
 
 
 @pytest.mark.stress  # compares times
@@ -58,5 +63,8 @@ def time_of_messages_and_of_pipes(group: ProcessGroup, folder: Path) -> tuple[fl
 def test_ranks_on_one_core_leave_it_to_each_other(tmp_path: Path) -> None:
     for i in range(2):
         os.mkfifo(tmp_path / str(i))
-    for messages, pipes in run_processes(time_of_messages_and_of_pipes, 2, tmp_path):
+    outcomes = run_processes(time_of_messages_and_of_pipes, 2, tmp_path)
+    if (shares := sum(share for _, share, _ in outcomes)) < 0.9:
+        pytest.skip(f"other processes compute on this core: the ranks had {shares:.0%} of it")
+    for messages, _, pipes in outcomes:
         assert messages < 16 * pipes
