@@ -252,6 +252,28 @@ def test_the_errors_of_damaged_files_name_the_file(tmp_path: Path) -> None:
         State(best=0.5).load(tmp_path / "none.pt")
 
 
+def test_a_changed_bit_of_a_parameter_is_detected(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    state = State(net=nn.Linear(8, 8))
+    state.save(path)
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(state.net.weight.detach().numpy().tobytes()) + 100] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(UsageError, match=r"state\.pt is damaged .* record \S+ does not match its checksum"):
+        State(net=nn.Linear(8, 8)).load(path)
+
+
+def test_files_without_checksums_are_loaded(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        State(net=nn.Linear(8, 8), best=0.5).save(tmp_path / "state.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    loaded = State(net=nn.Linear(8, 8), best=0.0)
+    loaded.load(tmp_path / "state.pt")
+    assert loaded.best == 0.5
+
+
 def test_the_errors_of_states_that_do_not_fit_name_file_and_part(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     State(net=nn.Linear(3, 3)).save(path)

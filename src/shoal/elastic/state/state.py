@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,6 +176,7 @@ class State:
         file = os.fspath(path)
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
+            _verify_checksums(file)
         except (OSError, MemoryError):
             raise
         except Exception as error:  # damaged files make torch raise any exception
@@ -249,6 +251,21 @@ class State:
             part.load_common_options(saved)
         else:
             part.load_state_dict(saved)
+
+
+def _verify_checksums(file: str) -> None:
+    """Compare the records of an archive with their CRC-32, which torch.load does not do.
+
+    A program that disables them (torch.serialization.set_crc32_options) writes zeros instead.
+
+    Raises:
+        ValueError: a record is damaged.
+        zipfile.BadZipFile: the archive is damaged.
+    """
+    with zipfile.ZipFile(file) as archive:
+        written = any(record.CRC for record in archive.infolist())
+        if written and (name := archive.testzip()) is not None:
+            raise ValueError(f"the record {name} does not match its checksum")
 
 
 class BufferSnapshot:
