@@ -68,6 +68,14 @@ def test_the_secret_comes_from_the_variable_or_the_file(tmp_path: Path) -> None:
     assert config.secret({"SHOAL_SECRET_FILE": str(path), "SHOAL_SECRET": "direct"}) == b"direct"
 
 
+def test_a_secret_that_is_not_utf8_is_the_same_from_each_source(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"not \xff utf-8")
+    text = b"not \xff utf-8".decode("utf-8", "surrogateescape")  # as in os.environ
+    assert config.secret({"SHOAL_SECRET": text}) == config.secret({"SHOAL_SECRET_FILE": str(path)})
+    assert config.encoded_secret(text) == path.read_bytes()
+
+
 def test_a_secret_file_that_is_missing_or_empty_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"SHOAL_SECRET_FILE=.*No such file"):
         config.secret({"SHOAL_SECRET_FILE": str(tmp_path / "absent")})

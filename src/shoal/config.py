@@ -388,7 +388,7 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
 def encoded_secret(secret: str | bytes) -> bytes:
     """Return the argument ``secret`` of a function as bytes; UsageError if it is neither text nor bytes."""
     if isinstance(secret, str):
-        return secret.encode()
+        return secret.encode("utf-8", "surrogateescape")  # os.environ contains bytes that are not UTF-8 so
     if not isinstance(secret, bytes):
         raise UsageError(f"secret: expected str or bytes, not {type(secret).__name__}")
     return secret
@@ -404,7 +404,7 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
     """
     text = SECRET.get(environ)
     if text is not None:
-        return text.encode()
+        return encoded_secret(text)
     path = SECRET_FILE.get(environ)
     if path is None:
         return b""
