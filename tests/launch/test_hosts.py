@@ -18,6 +18,7 @@ import pytest
 from shoal.errors import UsageError
 from shoal.launch.agent_protocol import PROTOCOL
 from shoal.launch.cli import invoke
+from shoal.launch.commands.on_hosts import passed_on
 from shoal.launch.ranks.environment import divide_cores, usable_cores
 from shoal.launch.remote.hosts import Host, parse_hosts, read_hostfile
 from shoal.launch.remote.ssh import PROGRAM
@@ -468,3 +469,11 @@ def test_a_named_store_and_its_secret_are_passed_on(far: Workshop, monkeypatch: 
     assert (code, err) == (0, "")
     assert all(line[4:].startswith(f"{url} fish ") for line in out.splitlines())
     assert len(out.splitlines()) == 2
+
+
+def test_a_secret_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_bytes(b"not \xff utf-8")
+    monkeypatch.delenv("SHOAL_SECRET", raising=False)
+    monkeypatch.setenv("SHOAL_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(UsageError, match="SHOAL_SECRET is not UTF-8, and cannot be passed on to other hosts"):
+        passed_on([], {}, store=True)

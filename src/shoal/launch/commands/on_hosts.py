@@ -84,7 +84,7 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
     for name in names:
         found[name] = os.environ[name]
     if store and (secret := config.secret()):
-        found["SHOAL_SECRET"] = secret.decode()
+        found["SHOAL_SECRET"] = secret.decode("utf-8", "surrogateescape")
     found = {**extra, **found}
     for name, value in found.items():
         if encodable(name + value) != name + value:
