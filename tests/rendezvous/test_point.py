@@ -48,6 +48,18 @@ def test_a_given_secret_is_the_places_own() -> None:
         assert place.secret() == b"given"
 
 
+def test_hosts_may_have_names_that_are_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    names = ["host \udcfe", "host \udcff"]  # as in os.environ
+    places = []
+    for rank, name in enumerate(names):
+        monkeypatch.setenv("SHOAL_HOST_ID", name)
+        places.append(open_point(store=store, rank=rank, size=2, secret="given", timeout=20))
+    members = all_well(together(*(lambda place=place: rendezvous_at(place) for place in places)))
+    assert [member.host for member in members] == ["host \\udcfe", "host \\udcff"]
+    release_all(members)
+
+
 def test_a_place_beyond_this_host_has_no_secret_of_itself() -> None:
     venue = Venue(MemoryStore(), job="job", epoch=0, address="192.0.2.1")
     with (

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from .. import config
 from ..common.arguments import checked_count
+from ..common.formatting import encodable
 from ..common.process_identity import ProcessIdentity
 from ..errors import ConfigurationError, UsageError
 from ..net import Deadline
@@ -60,7 +61,7 @@ class RendezvousPoint:
         check_job(job)
         epoch = config.EPOCH.get(environ) if venue.epoch is None else venue.epoch
         host = request.host or config.HOST_ID.get(environ) or identity.machine
-        return cls(venue, request, job, epoch, host, identity)
+        return cls(venue, request, job, epoch, encodable(host), identity)
 
     @property
     def store(self) -> Store:
