@@ -169,6 +169,8 @@ class State:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a file written by :meth:`save`; call it on every rank, before the session begins.
 
+        If a part refuses its content, those before it keep what they have loaded.
+
         Raises:
             UsageError: the file is damaged, or was not written by :meth:`save`, or has other parts.
             OSError: the file cannot be read.
