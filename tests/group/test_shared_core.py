@@ -18,9 +18,7 @@ TURNS = 200
 
 
 def quickest(turn: Callable[[], object]) -> tuple[float, float]:
-    """The time of a turn in the quickest of several rounds, in seconds, and the share of it in which this process
-    computed.
-    """
+    """The seconds of a turn in the quickest of several rounds, and this process's share of the core."""
     rounds = []
     for _ in range(10):
         start, computed = time.perf_counter(), time.process_time()
