@@ -12,6 +12,7 @@ import pytest
 
 from shoal.common.process_identity import ProcessIdentity
 from shoal.errors import UnknownWorker, UsageError
+from shoal.net import Deadline
 from shoal.rpc.connection.directory import Directory, Worker, checked_name, incarnation
 from shoal.store import MemoryStore
 
@@ -53,9 +54,9 @@ def test_a_name_belongs_to_the_first_that_claims_it(names: Directory) -> None:
     names.claim(first)
     with pytest.raises(UsageError, match=r"name='ps' is not unique: process \d+ on this machine has joined"):
         names.claim(second)
-    assert names.find("ps", 0.0, "me") == first
+    assert names.find("ps", Deadline(0.0), "me") == first
     names.withdraw(second)
-    assert names.find("ps", 0.0, "me") == first, "only its holder gives a name back"
+    assert names.find("ps", Deadline(0.0), "me") == first, "only its holder gives a name back"
     names.withdraw(first)
     names.claim(second)
     assert names.workers() == [second]
@@ -89,9 +90,9 @@ def test_a_holder_that_is_dead_is_replaced(names: Directory, ended: str) -> None
     names.claim(dead)
     assert names.workers() == []
     with pytest.raises(UnknownWorker, match=r"'ps' \(process \d+\) has ended and was not replaced"):
-        names.find("ps", 0.05, "me")
+        names.find("ps", Deadline(0.05), "me")
     names.claim(new)
-    assert names.find("ps", 0.0, "me") == new
+    assert names.find("ps", Deadline(0.0), "me") == new
 
 
 def test_nobody_judges_a_process_of_another_machine(names: Directory, ended: str) -> None:
@@ -120,23 +121,32 @@ def test_an_unknown_name_lists_those_that_are_there(names: Directory, ended: str
     with pytest.raises(
         UnknownWorker, match=r"'me': no worker has joined as 'ps', or it has left; there are no workers"
     ):
-        names.find("ps", 0.0, "me")
+        names.find("ps", Deadline(0.0), "me")
     for name in ("b", "a"):
         names.claim(worker(name))
     names.claim(worker("dead", process=ended))
     with pytest.raises(
         UnknownWorker, match=r"no worker has joined as 'ps', or it has left; there are 'a', 'b'$"
     ):
-        names.find("ps", 0.0, "me")
+        names.find("ps", Deadline(0.0), "me")
+
+
+def test_the_time_that_was_given_is_named_and_not_what_was_left_of_it(names: Directory) -> None:
+    over = Deadline(0.05)
+    over.at -= 1.0
+    with pytest.raises(UnknownWorker, match=r"no worker has joined as 'ps' within 0\.05 s"):
+        names.find("ps", over, "me")
+    with pytest.raises(UnknownWorker, match=r"rank 4 has not joined within 0\.05 s"):
+        names.name_of_rank(4, over, "me")
 
 
 def test_who_looks_waits_for_a_name(names: Directory) -> None:
     late = worker("late", rank=3)
     threading.Timer(0.05, names.claim, [late]).start()
-    assert names.find("late", PATIENCE, "me") == late
-    assert names.name_of_rank(3, PATIENCE, "me") == "late"
+    assert names.find("late", Deadline(PATIENCE), "me") == late
+    assert names.name_of_rank(3, Deadline(PATIENCE), "me") == "late"
     with pytest.raises(UnknownWorker, match=r"rank 4 has not joined; there are 'late'"):
-        names.name_of_rank(4, 0.0, "me")
+        names.name_of_rank(4, Deadline(0.0), "me")
 
 
 def test_namespaces_do_not_meet(names: Directory, store: MemoryStore) -> None:
@@ -153,5 +163,5 @@ def test_what_cannot_name_a_worker_is_refused(name: object) -> None:
 def test_a_name_may_have_any_letters(names: Directory) -> None:
     odd = worker(checked_name("käse/🧀 %s"))
     names.claim(odd)
-    assert names.find(odd.name, 0.0, "me") == odd
+    assert names.find(odd.name, Deadline(0.0), "me") == odd
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(odd), type=Worker) == odd

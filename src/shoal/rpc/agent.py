@@ -161,7 +161,7 @@ class Agent:
             raise UsageError(f"worker {self.name!r}: {worker!r} is neither the name nor the rank of a worker")
         name = worker
         if isinstance(name, int):
-            name = self.directory.name_of_rank(name, deadline.remaining(), self.name)
+            name = self.directory.name_of_rank(name, deadline, self.name)
         connection = self.connections.existing(name)
         if name == self.name:
             found = self.worker
@@ -169,7 +169,7 @@ class Agent:
             found = connection.worker
         else:
             waits = timeout is not None
-            found = self.directory.find(name, deadline.remaining(), self.name, wait_for_replacement=waits)
+            found = self.directory.find(name, deadline, self.name, wait_for_replacement=waits)
         return Peer(self, name, self.timeout, found.rank)
 
     def peers(self) -> list[Peer]:

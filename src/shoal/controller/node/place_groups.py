@@ -233,10 +233,10 @@ class PlaceGroups:
         found: list[Worker] = []
         names = self._peers.names(place.members, place.epoch_sum)
         while names is not None and len(found) < len(names):
-            seconds = min(POLL_INTERVAL_S, deadline.remaining())
+            patience = Deadline(min(POLL_INTERVAL_S, deadline.remaining()))
             try:
                 found.append(
-                    agent.directory.find(names[len(found)], seconds, agent.name, wait_for_replacement=False)
+                    agent.directory.find(names[len(found)], patience, agent.name, wait_for_replacement=False)
                 )
             except WorkerLost as error:
                 raise RemoteFailure(place.members[len(found)], LOST) from error

@@ -106,7 +106,7 @@ class Directory:
             if self.look(mine.name) == mine:
                 self._names.delete(mine.name)
 
-    def find(self, name: str, timeout: float, me: str, *, wait_for_replacement: bool = True) -> Worker:
+    def find(self, name: str, deadline: Deadline, me: str, *, wait_for_replacement: bool = True) -> Worker:
         """Return the running worker that has ``name``; wait until there is one.
 
         Args:
@@ -117,7 +117,6 @@ class Directory:
             UnknownWorker: no worker joined in time; the message lists the workers that did.
             WorkerLost: the worker has ended, and not ``wait_for_replacement``.
         """
-        deadline = Deadline(timeout)
         try:
             while True:
                 worker = _decoded(self._names.get(name, deadline.remaining()))
@@ -136,9 +135,9 @@ class Directory:
             worker = None
         there = sorted(each.name for each in self.workers())
         what = (
-            f"no worker has joined as {name!r}{_within(timeout)}, or it has left"
+            f"no worker has joined as {name!r}{_within(deadline)}, or it has left"
             if worker is None
-            else f"{name!r} (process {worker.pid}) has ended and was not replaced{_within(timeout)}"
+            else f"{name!r} (process {worker.pid}) has ended and was not replaced{_within(deadline)}"
         )
         raise UnknownWorker(
             f"worker {me!r}: {what}; "
@@ -152,14 +151,14 @@ class Directory:
         except StoreTimeout:
             return None
 
-    def name_of_rank(self, rank: int, timeout: float, me: str) -> str:
+    def name_of_rank(self, rank: int, deadline: Deadline, me: str) -> str:
         """Wait until the worker with a rank has joined; return its name; raise UnknownWorker if too late."""
         try:
-            return self._ranks.get(str(rank), timeout).decode()
+            return self._ranks.get(str(rank), deadline.remaining()).decode()
         except StoreTimeout:
             there = ", ".join(sorted(repr(each.name) for each in self.workers()))
             raise UnknownWorker(
-                f"worker {me!r}: rank {rank} has not joined{_within(timeout)}; there are {there}"
+                f"worker {me!r}: rank {rank} has not joined{_within(deadline)}; there are {there}"
             ) from None
 
     def workers(self) -> list[Worker]:
@@ -168,9 +167,9 @@ class Directory:
         return [each for each in found if each is not None and not each.is_dead()]
 
 
-def _within(timeout: float) -> str:
+def _within(deadline: Deadline) -> str:
     """Return the text " within N s", or "" for a timeout of 0."""
-    return f" within {format_seconds(timeout)}" if timeout else ""
+    return f" within {format_seconds(deadline.timeout)}" if deadline.timeout else ""
 
 
 def _decoded(entry: bytes) -> Worker:

@@ -195,7 +195,7 @@ class ConnectionManager:
         if self._closed:
             raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
         try:
-            worker = directory.find(name, 0.0, self._me.name)
+            worker = directory.find(name, Deadline(0.0), self._me.name)
         except UnknownWorker:
             held = directory.look(name)
             if held is None:

@@ -488,9 +488,8 @@ class Barriers:
         """Wait for a worker with the name ``member``."""
         while True:
             try:
-                return self._directory.find(
-                    member, min(_LIVENESS_INTERVAL_S, deadline.remaining()), self._me.name
-                )
+                patience = Deadline(min(_LIVENESS_INTERVAL_S, deadline.remaining()))
+                return self._directory.find(member, patience, self._me.name)
             except UnknownWorker:
                 worker = self._directory.look(member)
                 if worker is not None:
