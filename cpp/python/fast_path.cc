@@ -83,45 +83,46 @@ bool apart(const Side& in, const Side& out) {
   });
 }
 
-// The count that must be equal on all ranks (see backend/native/channel.py); nullopt if the tensors mismatch.
-// Their kinds and numbers are those of the table in src/shoal/spec.py.
-std::optional<std::uint64_t> count_of(Kind kind, const Side& in, const Side& out, int size, bool is_root) {
-  const auto ranks = static_cast<std::uint64_t>(size);
-  // One tensor, and one part of it for each rank.
-  const auto part = [&](const Side& whole, const Side& parts) -> std::optional<std::uint64_t> {
-    const std::uint64_t count = parts.listed ? whole.first.count : whole.first.count * ranks;
-    return whole.one() && !parts.none() && parts.first.count == count ? std::optional(whole.first.count)
-                                                                      : std::nullopt;
+// Whether the tensors have the numbers and sizes in the table in src/shoal/spec.py.
+bool fit(Kind kind, const Side& in, const Side& out, int ranks, bool is_root) {
+  // One tensor, and one part of its size for each rank.
+  const auto parts = [&](const Side& whole, const Side& all) {
+    const auto share = all.listed ? 1 : static_cast<std::uint64_t>(ranks);
+    return whole.one() && !all.none() && all.first.count == whole.first.count * share;
   };
   // The same, with a list that only the root has.
-  const auto at_root = [&](const Side& whole, const Side& parts) -> std::optional<std::uint64_t> {
-    if (is_root) return parts.listed ? part(whole, parts) : std::nullopt;
-    return whole.one() && parts.none() ? std::optional(whole.first.count) : std::nullopt;
+  const auto parts_at_root = [&](const Side& whole, const Side& all) {
+    return is_root ? all.listed && parts(whole, all) : whole.one() && all.none();
   };
   switch (kind) {
     case Kind::kAllReduce:
-      return in.one() && out.one() ? std::optional(out.count()) : std::nullopt;
+      return in.one() && out.one();
     case Kind::kBroadcast:
-      return (is_root ? in.one() : in.none()) && out.one() ? std::optional(out.count()) : std::nullopt;
+      return (is_root ? in.one() : in.none()) && out.one();
     case Kind::kReduce:
-      return in.one() && (is_root ? out.one() : out.none()) ? std::optional(in.count()) : std::nullopt;
+      return in.one() && (is_root ? out.one() : out.none());
     case Kind::kAllGather:
-      return part(in, out);
+      return parts(in, out);
     case Kind::kReduceScatter:
-      return part(out, in);
+      return parts(out, in);
     case Kind::kGather:
-      return at_root(in, out);
+      return parts_at_root(in, out);
     case Kind::kScatter:
-      return at_root(out, in);
-    case Kind::kAllToAll: {
-      const bool cut = in.one() && out.one() && !in.first.shape.empty() && in.first.shape[0] % size == 0 &&
-                       std::ranges::equal(in.first.shape, out.first.shape);
-      const bool listed = in.listed && out.listed && in.first.count == out.first.count;
-      return cut || listed ? std::optional(std::uint64_t{0}) : std::nullopt;
-    }
+      return parts_at_root(out, in);
+    case Kind::kAllToAll:
+      if (in.listed) return out.listed && in.first.count == out.first.count;
+      return in.one() && out.one() && !in.first.shape.empty() && in.first.shape[0] % ranks == 0 &&
+             std::ranges::equal(in.first.shape, out.first.shape);
     default:
-      return std::nullopt;
+      return false;
   }
+}
+
+// The count that must be equal on all ranks (see backend/native/channel.py).
+std::uint64_t count_of(Kind kind, const Side& in, const Side& out) {
+  if (kind == Kind::kAllToAll) return 0;
+  return kind == Kind::kReduce || kind == Kind::kAllGather || kind == Kind::kGather ? in.first.count
+                                                                                    : out.first.count;
 }
 
 // The dtype and element count of the first tensor, for the record.
@@ -146,13 +147,14 @@ std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, P
   Side from, to;
   if (!to.take(out, group.size()) || !(in_place || from.take(in, group.size()))) return std::nullopt;
   if (in_place) from = to;
-  const auto count = count_of(kind, from, to, group.size(), root == group.rank());
+  if (!fit(kind, from, to, group.size(), root == group.rank())) return std::nullopt;
   const Side& some = from.none() ? to : from;
-  if (!count || !legal(some.first.dtype, op)) return std::nullopt;
+  if (!legal(some.first.dtype, op)) return std::nullopt;
   if (!from.none() && !to.none() && from.first.dtype != to.first.dtype) return std::nullopt;
   if (to.overlaps() || !(in_place || apart(from, to))) return std::nullopt;
   noted = {some.first.dtype, some.count()};
-  Request request = collective_request(group, kind, some.first.dtype, op, *count, root, seconds);
+  Request request =
+      collective_request(group, kind, some.first.dtype, op, count_of(kind, from, to), root, seconds);
   request.in = std::move(from.spans);
   request.out = std::move(to.spans);
   return request;
