@@ -58,4 +58,17 @@ Request message_request(Kind kind, DType dtype, const Dims& dims, int peer, std:
   return request;
 }
 
+// Whether an output shares memory with another one, or with an input; with `in_place`, an input may be at the
+// same place as an output.
+inline bool overlapping(const Request& request, bool in_place) {
+  const auto same = [](const Span& a, const Span& b) { return a.data == b.data && a.bytes == b.bytes; };
+  for (std::size_t i = 0; i < request.out.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j)
+      if (overlap(request.out[i], request.out[j])) return true;
+    for (const Span& input : request.in)
+      if (overlap(request.out[i], input) && !(in_place && same(input, request.out[i]))) return true;
+  }
+  return false;
+}
+
 }  // namespace shoal

@@ -41,20 +41,6 @@ std::vector<Span> spans(const shoal_spans& given) {
   return result;
 }
 
-// Whether an output shares memory with another one, or with an input.  Operations that write only what they
-// have read may have an input and an output at the same place.
-bool overlapping(const Request& request) {
-  const bool in_place = request.kind != Kind::kAllToAll && request.kind != Kind::kReduceScatter;
-  const auto same = [](const Span& a, const Span& b) { return a.data == b.data && a.bytes == b.bytes; };
-  for (std::size_t i = 0; i < request.out.size(); ++i) {
-    for (std::size_t j = 0; j < i; ++j)
-      if (overlap(request.out[i], request.out[j])) return true;
-    for (const Span& input : request.in)
-      if (overlap(request.out[i], input) && !(in_place && same(input, request.out[i]))) return true;
-  }
-  return false;
-}
-
 bool rooted(Kind kind) {
   return kind == Kind::kReduce || kind == Kind::kBroadcast || kind == Kind::kGather || kind == Kind::kScatter;
 }
@@ -154,7 +140,8 @@ ProgramOperation ProgramGroup::submit(const shoal_call& call) {
   if (rooted(kind) && (call.root < 0 || call.root >= size()))
     refuse(what, "root " + std::to_string(call.root) + " is not a rank of the group, which has " +
                      std::to_string(size()));
-  if (overlapping(request))
+  // Operations that write only what they have read may have an input and an output at the same place.
+  if (overlapping(request, kind != Kind::kAllToAll && kind != Kind::kReduceScatter))
     refuse(what, "tensors that are read and written share memory; pass a copy of the one that is read");
   return go(std::move(request), true);
 }

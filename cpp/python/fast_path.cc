@@ -51,14 +51,6 @@ struct Side {
   bool one() const { return !none() && !listed; }
   std::uint64_t count() const { return first.count * spans.size(); }
 
-  // Whether two of the tensors share memory.
-  bool overlaps() const {
-    for (std::size_t i = 1; i < spans.size(); ++i)
-      for (std::size_t j = 0; j < i; ++j)
-        if (overlap(spans[i], spans[j])) return true;
-    return false;
-  }
-
   // Takes a tensor, a tuple or None; false for unusual tensors, and for those that differ in dtype or size.
   bool take(PyObject* given, int ranks) {
     if (given == Py_None) return true;
@@ -76,12 +68,6 @@ struct Side {
     return true;
   }
 };
-
-bool apart(const Side& in, const Side& out) {
-  return std::ranges::none_of(out.spans, [&](const Span& written) {
-    return std::ranges::any_of(in.spans, [&](const Span& read) { return overlap(written, read); });
-  });
-}
 
 // Whether the tensors have the numbers and sizes in the table in src/shoal/spec.py.
 bool fit(Kind kind, const Side& in, const Side& out, int ranks, bool is_root) {
@@ -151,13 +137,12 @@ std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, P
   const Side& some = from.none() ? to : from;
   if (!legal(some.first.dtype, op)) return std::nullopt;
   if (!from.none() && !to.none() && from.first.dtype != to.first.dtype) return std::nullopt;
-  if (to.overlaps() || !(in_place || apart(from, to))) return std::nullopt;
   noted = {some.first.dtype, some.count()};
   Request request =
       collective_request(group, kind, some.first.dtype, op, count_of(kind, from, to), root, seconds);
   request.in = std::move(from.spans);
   request.out = std::move(to.spans);
-  return request;
+  return overlapping(request, in_place) ? std::nullopt : std::optional(std::move(request));
 }
 
 bool truth(PyObject* object) {  // takes the reference

@@ -110,9 +110,9 @@ def strided(values: list[float]) -> torch.Tensor:
 
 
 def listed(value: torch.Tensor | list[torch.Tensor] | None) -> Any:
-    return (
-        [x.tolist() for x in value] if isinstance(value, list) else value if value is None else value.tolist()
-    )
+    if isinstance(value, list):
+        return [x.tolist() for x in value]
+    return None if value is None else value.tolist()
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -26,8 +26,8 @@ from .staging import Staging
 if TYPE_CHECKING:
     from .operations import TensorOperations
 
-#: The kind, tensor, peer, tag and timeout of a message, as given by the user.
-_Arguments: TypeAlias = tuple[OpKind, Any, int, int, float | None]
+#: The kind, tensor, peer, tag and timeout of a message.
+_Arguments: TypeAlias = tuple[OpKind, Any, int, int, float]
 #: The operation of a message, and the function from the operation's future to the user's.
 _Checked: TypeAlias = tuple[Operation, Callable[[Future[Any]], Future[Any]]]
 
@@ -38,14 +38,13 @@ class Batch:
 
     def __init__(self, group: TensorOperations) -> None:
         self._group = group
-        self._messages: list[_Arguments] = []
-        #: The checked messages; None for those that the fast path takes.
-        self._checked: list[_Checked | None] = []
+        #: The messages, with None if the fast path takes them.
+        self._messages: list[tuple[_Arguments, _Checked | None]] = []
         self._futures: list[Future[Any]] | None = None
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Add a send; arguments as in ``ProcessGroup.send``."""
-        self._add((OpKind.SEND, x, dst, tag, timeout))
+        self._add(OpKind.SEND, x, dst, tag, timeout)
 
     def recv(
         self,
@@ -56,17 +55,13 @@ class Batch:
         timeout: float | None = None,
     ) -> None:
         """Add a receive; arguments as in ``ProcessGroup.recv``."""
-        self._add((OpKind.RECV, x, src, tag, timeout))
+        self._add(OpKind.RECV, x, src, tag, timeout)
 
-    def _add(self, message: _Arguments) -> None:
+    def _add(self, kind: OpKind, x: Any, peer: int, tag: int, timeout: float | None) -> None:
         self._open()
-        quick = not profiler._is_profiler_enabled and self._group._shortcut.accepts(*self._timed(message))
-        self._checked.append(None if quick else self._check(message))
-        self._messages.append(message)
-
-    def _timed(self, message: _Arguments) -> tuple[OpKind, Any, int, int, float]:
-        kind, x, peer, tag, timeout = message
-        return kind, x, peer, tag, self._group._timeout if timeout is None else timeout
+        message = (kind, x, peer, tag, self._group._timeout if timeout is None else timeout)
+        quick = not profiler._is_profiler_enabled and self._group._shortcut.accepts(*message)
+        self._messages.append((message, None if quick else self._check(message)))
 
     def _check(self, message: _Arguments) -> _Checked:
         """Return the operation of a message, and what makes the future of its value of the operation's."""
@@ -79,18 +74,12 @@ class Batch:
         return operation, lambda future: group._received(future, x, staging, lambda arrived: arrived.tensor)
 
     def _submit(self) -> list[Future[Any]]:
-        if all(checked is None for checked in self._checked):
+        if all(checked is None for _, checked in self._messages):
             return [
-                self._group._shortcut.message(*self._timed(message))
-                or self._submit_checked([self._check(message)])[0]
-                for message in self._messages
+                self._group._shortcut.message(*message) or self._submit_checked([self._check(message)])[0]
+                for message, _ in self._messages
             ]
-        return self._submit_checked(
-            [
-                checked or self._check(message)
-                for checked, message in zip(self._checked, self._messages, strict=True)
-            ]
-        )
+        return self._submit_checked([checked or self._check(message) for message, checked in self._messages])
 
     def _submit_checked(self, messages: list[_Checked]) -> list[Future[Any]]:
         submitted = self._group._submitter.submit_messages([operation for operation, _ in messages])
